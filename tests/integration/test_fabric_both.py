@@ -157,8 +157,8 @@ def test_iperf(nodes, i, j):
         end = iperf.run(nodes[i], "--bidir", seconds=3)
         for key in ("sum_received", "sum_received_bidir_reverse"):
             assert traffic.mbit(end[key]) > 0.1, end
-        end = iperf.run(nodes[i], "-u", "-b", "2M", "-l", "1400", "-w", "4M", seconds=3)
-        assert end["sum"]["packets"] > 300 and end["sum"]["lost_packets"] == 0, end["sum"]
+        end = iperf.run(nodes[i], "-u", "-b", "2M", "-l", "1400", "-w", "4M", blocks=400)
+        assert (end["sum"]["packets"], end["sum"]["lost_packets"]) == (400, 0), end["sum"]
 
 
 @pytest.mark.parametrize("kind", ["rs", "stock"])

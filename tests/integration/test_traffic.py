@@ -192,8 +192,8 @@ def test_iperf_tcp(a, b):
 def test_iperf_udp(a, b):
     """A rate well below what the wire carries: nothing may be lost."""
     with traffic.Iperf(b) as iperf:
-        end = iperf.run(a, "-u", "-b", "2M", "-l", "1400", "-w", "4M", seconds=5)
-    assert end["sum"]["packets"] > 500 and end["sum"]["lost_packets"] == 0, end["sum"]
+        end = iperf.run(a, "-u", "-b", "2M", "-l", "1400", "-w", "4M", blocks=600)
+    assert (end["sum"]["packets"], end["sum"]["lost_packets"]) == (600, 0), end["sum"]
 
 
 def test_nothing_was_dropped(a, b, scaled):

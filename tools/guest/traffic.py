@@ -94,10 +94,11 @@ class Iperf:
         self.process.kill()
         self.process.wait()
 
-    def client(self, node, *options, seconds=5, address=None):
-        """Starts a client; `result` waits for it."""
+    def client(self, node, *options, seconds=5, blocks=None, address=None):
+        """Starts a client for a time, or until it has sent so many blocks; `result` waits for it."""
         address = address or self.server.address4
-        return node.start("iperf3", "-J", "-c", address, "-p", self.port, "-t", seconds, *options)
+        end = ("-k", blocks) if blocks else ("-t", seconds)
+        return node.start("iperf3", "-J", "-c", address, "-p", self.port, *end, *options)
 
     @staticmethod
     def result(process, timeout=120):

@@ -333,14 +333,15 @@ mod tests {
             dev.transport.lose_recv_event();
             rig.send()?;
             check!(eventually(|| !fake::LOST_EVENT.waits()));
+            let (seen, unread) = (dev.stats.rx_completions.get(), dev.stats.rx_unread.get());
             rig.send()?;
             check!(eventually(|| rig.is_quiet()));
-            let (seen, unread) = (dev.stats.rx_completions.get(), dev.stats.rx_unread.get());
+            check!(dev.stats.rx_completions.get() == seen);
             let restarts = dev.stats.qp_restarts.get();
             dev.restart_soon();
             check!(eventually(|| dev.stats.qp_restarts.get() > restarts));
             check!(eventually(|| !dev.is_broken()));
-            check!(dev.stats.rx_completions.get() == seen);
+            // The stack's own multicasts may be received again by now.
             check!(dev.stats.rx_unread.get() >= unread + 2);
             check!(rig.works());
             Ok(())

@@ -1330,7 +1330,19 @@ impl Driver for Port {
     }
 
     fn tx_timeout(dev: &Device<Self>) {
-        pr_warn!("{}: transmission stalled; rebuilding the QP\n", dev.name());
+        pr_warn!(
+            "{}: transmission stalled, {} sends outstanding, queue {}, QP {}; rebuilding it\n",
+            dev.name(),
+            dev.transport.progress().outstanding(),
+            match dev.queue_stopped() {
+                true => "stopped",
+                false => "limited",
+            },
+            match dev.is_broken() {
+                true => "broken",
+                false => "running",
+            }
+        );
         dev.stats.tx_timeouts.add(1);
         dev.restart_soon();
     }

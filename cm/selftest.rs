@@ -143,6 +143,9 @@ fn with_a_peer_of(max_connections: usize, srq: bool, test: Test) -> Result {
     check!(rig.interface().cm.shares() == srq);
     let pair = Pair { rig, node };
     let result = pair.set_mode(true).and_then(|()| test(&pair));
+    if result.is_err() {
+        pair.rig.describe();
+    }
     let dev = pair.dev();
     let gone = pair
         .set_mode(false)

@@ -391,8 +391,7 @@ impl<H: Poll> NapiCq<H> {
         // SAFETY: The context is in the device's list and disabled, the instance lock is held.
         unsafe { bindings::napi_enable_locked(self.napi.get()) };
         // The poll arms the queue when it finds no more.
-        // SAFETY: The context is live.
-        unsafe { bindings::napi_schedule(self.napi.get()) };
+        self.look();
     }
 
     /// Waits for a running poll and keeps NAPI from running. Sleeps.

@@ -211,6 +211,11 @@ impl SendProgress {
     pub(crate) fn passed(&self, position: u32) -> bool {
         self.0.passed(position)
     }
+
+    /// How many sends are not done.
+    pub(crate) fn outstanding(&self) -> u32 {
+        self.0.outstanding()
+    }
 }
 
 /// Makes the two ends of a send queue of `entries`, a power of two; `index` tells it from the

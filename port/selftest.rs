@@ -167,6 +167,28 @@ impl Rig {
         Ok(())
     }
 
+    /// Tells what there is to know when a test fails.
+    pub(crate) fn describe(&self) {
+        let dev = &**self.interface();
+        let progress = self.interface().transport.progress();
+        pr_info!(
+            "{}: stopped {}, broken {}, outstanding {}, waiting {}, room in connections {}\n",
+            dev.name(),
+            dev.queue_stopped(),
+            dev.is_broken(),
+            progress.outstanding(),
+            self.anyone_waits(),
+            dev.cm.has_room()
+        );
+        let mut names = Counters::NAMES.iter();
+        dev.stats.each(|value| {
+            let name = names.next();
+            if let (Some(name), 1..) = (name, value) {
+                pr_info!("{}: {} {}\n", dev.name(), name, value);
+            }
+        });
+    }
+
     /// Whether packets wait for a way.
     pub(crate) fn anyone_waits(&self) -> bool {
         self.interface().neighbours.anyone_waits()
@@ -230,7 +252,7 @@ impl Client for Probe {
             {
                 *outcome = Some(
                     Rig::new(&hca, port, 4096, &self.link_ops, &self.watchers)
-                        .and_then(|rig| (self.test)(&rig)),
+                        .and_then(|rig| (self.test)(&rig).inspect_err(|_| rig.describe())),
                 );
             }
         }

@@ -261,6 +261,12 @@ impl<T: Send> Watch<T> {
     pub(crate) fn passed(&self, position: u32) -> bool {
         Cursor::reached(self.0.tail.0.load(Acquire), position)
     }
+
+    /// How many entries were pushed and not yet popped, about.
+    pub(crate) fn outstanding(&self) -> u32 {
+        let tail = self.0.tail.0.load(Acquire);
+        self.head().wrapping_sub(tail)
+    }
 }
 
 impl<T> Clone for Watch<T> {
@@ -290,6 +296,7 @@ mod tests {
             let mut next = round * 4;
             for count in [1, 3] {
                 assert!(!watch.passed(head));
+                assert_eq!(watch.outstanding(), consumer.len());
                 assert!(consumer.take(count, |&mut value| {
                     assert_eq!(value, next);
                     next += 1;

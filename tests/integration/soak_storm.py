@@ -9,7 +9,7 @@ import time
 import faults
 import traffic
 from lab import ETHERNET_MTU, objects, rdma_devices, run, wait_for
-from test_lifecycle import background, reachable, readdress
+from test_lifecycle import background, link_local, reachable, readdress
 from test_multicast import Member
 from test_senders import DISCIPLINES
 
@@ -45,10 +45,13 @@ def readdress_twice(node):
 
 
 def readdress_while_up(node):
-    """Another GID and back, with the Ethernet up; its link-local address does not follow."""
+    """Another GID and back, with the Ethernet up; its link-local address, which would not follow, is away meanwhile."""
+    own = link_local(node.ethernet_mac)
+    node.ip("-6", "addr", "del", own, "dev", node.ethernet, check=False)
     for address in ("02:00:00:00:02:%02x" % random.randrange(256), node.ethernet_mac):
         node.ip("link", "set", node.ethernet, "address", address)
         time.sleep(random.random() / 5)
+    node.ip("-6", "addr", "replace", own, "dev", node.ethernet, "nodad")
 
 
 def emigrate(node):

@@ -144,25 +144,34 @@ def test_new_ethernet_address(a, b):
         wait_for("the GID to return", lambda: a.gid().endswith("01"))
 
 
+def link_local(mac):
+    """What the Ethernet calls itself by this address, if its last byte alone is not 0."""
+    return f"fe80::ff:fe00:{int(mac[-2:], 16):x}/64"
+
+
 def test_new_ethernet_address_while_up(a, b, scaled):
-    """The RDMA core enters a GID only where no old one is in use; a port that was left without one looks for it."""
-    # The Ethernet's own link-local address does not follow without a down and up.
-    added = "fe80::ff:fe00:78/64"
+    """The RDMA core enters a GID only where no old one is in use; a port that was left without one looks for it.
+
+    Soft-RoCE crashes on a packet to an address that the Ethernet has and that is no GID, as the link-local
+    one would be that does not follow without a down and up.
+    """
+    old, new = a.ethernet_mac, "02:00:00:00:00:78"
     try:
         for _ in range(scaled(4, least=1)):
-            for address in ("02:00:00:00:00:78", a.ethernet_mac):
+            for before, address in ((old, new), (new, old)):
                 with background(a, b):
                     reachable(a, b.address4)
+                    a.ip("-6", "addr", "del", link_local(before), "dev", a.ethernet)
                     a.ip("link", "set", a.ethernet, "address", address)
-                    a.ip("-6", "addr", "replace", added, "dev", a.ethernet, "nodad")
+                    a.ip("-6", "addr", "replace", link_local(address), "dev", a.ethernet, "nodad")
                     wait_for("the new GID", lambda: a.gid().endswith(address[-2:]))
                     wait_for("the interface's address to follow", lambda: a.link()["address"].endswith(a.gid()))
                     wait_for("the carrier", a.carrier)
                 reachable(b, a.address4)
                 reachable(a, b.address4)
     finally:
-        readdress(a, a.ethernet_mac)
-        a.ip("-6", "addr", "del", added, "dev", a.ethernet, check=False)
+        readdress(a, old)
+        a.ip("-6", "addr", "del", link_local(new), "dev", a.ethernet, check=False)
         wait_for("the GID to return", lambda: a.gid().endswith("01"))
         wait_for("the interface's address to return", lambda: a.link()["address"].endswith(a.gid()))
 

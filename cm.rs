@@ -680,11 +680,24 @@ struct Grave {
     /// Destroyed with it.
     _qp: Arc<Qp>,
     flags: Arc<Flags>,
-    /// Of one that we opened, and where its send queue ends.
+    /// Of one that we opened, and where its send queue ends. It has the packets, which the device may
+    /// read until the queue pair is destroyed.
     conn: Option<(Arc<Conn>, u32)>,
+    /// Completions of its sends are not waited for any more.
+    forgotten: bool,
     /// The number of its own receive queue.
     own: Option<u16>,
     since: usize,
+}
+
+impl Grave {
+    /// Sends that are not known to be done.
+    fn left_over(&self) -> u32 {
+        match &self.conn {
+            Some((conn, end)) if !conn.progress.passed(*end) => conn.progress.outstanding(),
+            _ => 0,
+        }
+    }
 }
 
 /// Connections of an interface: what belongs to the instance lock.
@@ -1291,12 +1304,9 @@ pub(crate) fn close_active(locked: &mut Locked<'_, Port>) {
     for active in active {
         bury_active(table, active);
     }
-    let open = |grave: &Grave| {
-        let conn = grave.conn.as_ref();
-        conn.is_some_and(|(conn, end)| !conn.progress.passed(*end))
-    };
+    let open = |grave: &Grave| grave.left_over() != 0;
     let start = jiffies();
-    while table.graves.iter().any(open) && elapsed(start) < DRAIN {
+    while table.graves.iter().any(open) && elapsed(start) < drain() {
         kernel::time::delay::fsleep(Delta::from_millis(1));
     }
     // The bytes that are left are forgotten with those of datagrams.
@@ -1304,8 +1314,19 @@ pub(crate) fn close_active(locked: &mut Locked<'_, Port>) {
         .remove_if(|_, _| true)
         .each(|_, conn| cm.not_full(conn));
     for grave in table.graves.iter_mut() {
-        grave.conn = None;
+        grave.forgotten = open(grave);
+        if !grave.forgotten {
+            grave.conn = None;
+        }
     }
+}
+
+fn drain() -> usize {
+    #[cfg(CONFIG_IPOIB_RS_KUNIT_TEST)]
+    if crate::ib::fake::NO_DRAIN.is_on() {
+        return 0;
+    }
+    DRAIN
 }
 
 /// Lets go of all neighbours, and of what waits for them.
@@ -1333,6 +1354,7 @@ fn bury_active(table: &mut Table, mut active: Active) {
         _qp: conn.qp.clone(),
         flags: conn.flags.clone(),
         conn: Some((conn.clone(), conn.progress.head())),
+        forgotten: false,
         own: active.own,
         since: jiffies(),
     };
@@ -1346,6 +1368,7 @@ fn bury_passive(locked: &mut Locked<'_, Port>, mut passive: Passive) {
         _qp: passive.qp,
         flags: passive.flags,
         conn: None,
+        forgotten: false,
         own: passive.own,
         since: jiffies(),
     };
@@ -2079,10 +2102,7 @@ fn exhume(dev: &Device<Port>) -> (KVec<Grave>, bool) {
         while let Some(grave) = table.graves.get(at) {
             let remains = Remains {
                 received: grave.flags.last_receive.load(Relaxed),
-                sent: grave
-                    .conn
-                    .as_ref()
-                    .is_none_or(|(conn, end)| conn.progress.passed(*end)),
+                sent: grave.forgotten || grave.left_over() == 0,
                 age: elapsed(grave.since),
             };
             match state::fate(remains, PATIENCE) {
@@ -2111,6 +2131,9 @@ fn exhume(dev: &Device<Port>) -> (KVec<Grave>, bool) {
             .remove_if(|index, _| of_done(*index))
             .each(|_, conn| dev.cm.not_full(conn));
         dev.wake_if_room();
+    }
+    for grave in &done {
+        dev.stats.tx_failed.add(grave.left_over().into());
     }
     let own_of_done = done.iter().filter_map(|grave: &Grave| grave.own);
     if !dev.cm.shares() && !done.is_empty() {

@@ -305,7 +305,11 @@ mod tests {
                 check!(eventually(|| dev.stats.tx_sent_packets.get() > sent));
                 check!(eventually(|| !pair.rig.anyone_waits()));
                 let sent = dev.stats.tx_sent_packets.get();
-                pair.send(qpn, 100, 1000)?;
+                for _ in 0..100 {
+                    // The stack keeps what comes meanwhile.
+                    check!(eventually(|| !dev.queue_stopped()));
+                    pair.send(qpn, 1, 1000)?;
+                }
                 check!(eventually(|| dev.stats.tx_sent_packets.get() >= sent + 100));
                 check!(server.requests.load(Relaxed) == 1);
                 check!(dev.cm.has_room() && !dev.queue_stopped());
@@ -722,6 +726,39 @@ mod tests {
         listener.stop();
         check!(dev.stats.bad_completions.get() == 0);
         Ok(())
+    }
+
+    /// What the device still reads stays until the queue pair is destroyed (KASAN looks on), and is
+    /// counted.
+    #[test]
+    fn down_without_waiting() -> Result {
+        with_a_peer(16, |pair| {
+            let dev = pair.dev();
+            let ended = || dev.stats.tx_sent_packets.get() + dev.stats.tx_failed.get();
+            let policy = Policy::Say(hello(QPN, wire::MAX_MESSAGE));
+            let (server, listener) = pair.serve(wire::SERVICE_LINUX, QPN, policy)?;
+            for _ in 0..4 {
+                let before = pair.received();
+                pair.send(QPN, 1, 5000)?;
+                check!(eventually(|| pair.received() == before + 1));
+                check!(eventually(|| pair.rig.is_quiet()));
+                let (given, gone) = (dev.stats.tx_conn_packets.get(), ended());
+                fake::NO_DRAIN.set(true);
+                let sent = pair.send(QPN, 20, 60_000);
+                let down = pair.rig.interface().set_up(&Rtnl::lock(), false);
+                fake::NO_DRAIN.set(false);
+                sent.and(down)?;
+                check!(eventually(|| pair.nothing_is_left()));
+                let given = dev.stats.tx_conn_packets.get() - given;
+                check!(given != 0);
+                check!(eventually(|| ended() - gone >= given));
+                server.close();
+                pair.rig.interface().set_up(&Rtnl::lock(), true)?;
+                check!(pair.rig.works());
+            }
+            listener.stop();
+            Ok(())
+        })
     }
 
     /// Packets of a burst are posted with one doorbell, whatever ends it.

@@ -108,7 +108,7 @@ impl Habit {
         self.on.store(on, Release);
     }
 
-    pub(super) fn is_on(&self) -> bool {
+    pub(crate) fn is_on(&self) -> bool {
         self.on.load(Acquire)
     }
 
@@ -135,6 +135,9 @@ pub(crate) static NO_SRQ: Habit = Habit::new();
 
 /// No device can connect.
 pub(crate) static NO_CONNECTIONS: Habit = Habit::new();
+
+/// Who ends connections does not wait for their sends.
+pub(crate) static NO_DRAIN: Habit = Habit::new();
 
 /// The queue pair that refuses sends.
 pub(crate) static REFUSED_SENDS: Fault = Fault::new();

@@ -88,6 +88,9 @@ const HEAD_ROOM: usize = 168;
 /// How long a stop waits for sends to complete, in steps of a millisecond.
 const DRAIN_STEPS: usize = 200;
 
+/// How long a dead queue pair may take to flush its sends, in the same steps.
+const FLUSH_STEPS: usize = 50;
+
 /// Sizes of the rings, powers of two.
 #[derive(Clone, Copy)]
 pub(crate) struct RingSizes {
@@ -700,8 +703,17 @@ impl Transport {
         self.recv.disable(locked);
         // A completion may have woken the queue meanwhile; from here on there are none.
         locked.disable_queue();
-        // ERR first, if that can be: hardware finishes what it has begun before RESET forgets it.
-        let _ = self.qp.error();
+        // ERR first, if that can be: the device finishes what it has begun, and flushes the rest. What
+        // RESET finds in the send queue Soft-RoCE mistakes for a request of the next life.
+        if self.qp.error().is_ok() {
+            for _ in 0..FLUSH_STEPS {
+                self.settle_quietly(locked);
+                if self.progress.passed(self.progress.head()) {
+                    break;
+                }
+                kernel::time::delay::fsleep(Delta::from_millis(1));
+            }
+        }
         self.qp.reset().inspect_err(|error| {
             crate::net::warn_seldom!("{}: resetting the QP failed: {:?}\n", dev.name(), error);
         })?;
@@ -710,12 +722,20 @@ impl Transport {
         Ok(())
     }
 
-    fn reclaim(&self, locked: &mut Locked<'_, Port>, life: u32) {
+    /// Takes back what completed to the send queue while it is disabled.
+    fn settle_quietly(&self, locked: &mut Locked<'_, Port>) {
         let dev = locked.dev();
         if let Some((handler, mut cq)) = self.send.quiet(locked) {
             discard(&mut cq, |wc| {
                 handler.settle(dev, wc, 0);
             });
+        }
+    }
+
+    fn reclaim(&self, locked: &mut Locked<'_, Port>, life: u32) {
+        let dev = locked.dev();
+        self.settle_quietly(locked);
+        if let Some((handler, _)) = self.send.quiet(locked) {
             let lost = handler.completer.begin(life);
             dev.stats.tx_failed.add(lost.into());
         }

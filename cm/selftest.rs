@@ -292,13 +292,26 @@ mod tests {
         with_a_peer(16, |pair| {
             let dev = pair.dev();
             let reasons = [Reason::MTU, Reason::STALE, Reason::NO_SERVICE];
+            let told = || dev.stats.conn_failed.get() + dev.stats.conn_broken.get();
+            let mut taken_back = 0;
             for (number, reason) in reasons.into_iter().cycle().take(12).enumerate() {
                 let qpn = QPN + number as u32;
                 let policy = Policy::Revoke(hello(qpn, wire::MAX_MESSAGE), reason);
                 let (server, listener) = pair.serve(wire::SERVICE_LINUX, qpn, policy)?;
+                let before = told();
                 pair.send(qpn, 3, 1000)?;
                 check!(eventually(|| server.requests.load(Relaxed) == 1));
-                check!(eventually(|| pair.nothing_is_left()));
+                let heard = || told() != before && pair.nothing_is_left();
+                if !eventually(heard) {
+                    // The core forgets a rejection that overtakes the acceptance: it does not know the
+                    // peer's identifier yet.
+                    check!(told() == before);
+                    server.close();
+                    listener.stop();
+                    check!(eventually(|| pair.nothing_is_left()));
+                    continue;
+                }
+                taken_back += 1;
                 // More than may wait for the way: it has to be known.
                 let sent = dev.stats.tx_sent_packets.get();
                 pair.send(qpn, 1, 1000)?;
@@ -316,6 +329,7 @@ mod tests {
                 server.close();
                 listener.stop();
             }
+            check!(taken_back >= 4);
             Ok(())
         })
     }

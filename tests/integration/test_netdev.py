@@ -48,7 +48,7 @@ def test_verified_transfer(no_driver):
     traffic.Transfer(a, b, 1 << 20, address="192.168.9.2").verify()
     with traffic.Iperf(b) as iperf:
         end = iperf.run(a, seconds=1, address="192.168.9.2")
-    assert traffic.mbit(end["sum_received"]) > 10
+    assert end["sum_received"]["bytes"] > 0, end
     for node in (a, b):
         node.ip("addr", "flush", "dev", node.ethernet, "to", "192.168.9.0/24")
 

@@ -1304,7 +1304,7 @@ pub(crate) fn close_active(locked: &mut Locked<'_, Port>) {
     for active in active {
         bury_active(table, active);
     }
-    let open = |grave: &Grave| grave.left_over() != 0;
+    let open = |grave: &Grave| !grave.forgotten && grave.left_over() != 0;
     let start = jiffies();
     while table.graves.iter().any(open) && elapsed(start) < drain() {
         kernel::time::delay::fsleep(Delta::from_millis(1));
@@ -1314,13 +1314,14 @@ pub(crate) fn close_active(locked: &mut Locked<'_, Port>) {
         .remove_if(|_, _| true)
         .each(|_, conn| cm.not_full(conn));
     for grave in table.graves.iter_mut() {
-        grave.forgotten = open(grave);
+        grave.forgotten = grave.left_over() != 0;
         if !grave.forgotten {
             grave.conn = None;
         }
     }
 }
 
+/// How long sends of dying connections are waited for, in jiffies.
 fn drain() -> usize {
     #[cfg(CONFIG_IPOIB_RS_KUNIT_TEST)]
     if crate::ib::fake::NO_DRAIN.is_on() {

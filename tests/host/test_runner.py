@@ -147,3 +147,10 @@ def test_told_to_stop(tmp_path):
     for path in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+def test_brief_account():
+    account = "    x = 1\nlog of the guest\nE   assert 3 == 4\nE    +  where 3 = f()\n[ 83.7] rcu: INFO: rcu_sched stalls"
+    assert runner.brief(account) == "assert 3 == 4 | +  where 3 = f() | [ 83.7] rcu: INFO: rcu_sched stalls"
+    assert runner.brief("exit status 3, the log ends with:\n  nothing") == "exit status 3, the log ends with:"
+    assert runner.brief("") == ""

@@ -397,6 +397,10 @@ pub(crate) struct Conn {
     /// Destroys the identifier in its own handler when the peer disconnects.
     impatient: bool,
     port: PortNum,
+    /// What was sent stays until the queue pair is gone: Soft-RoCE completes a send whose acknowledgement comes while
+    /// it is being repeated, and goes on to read it. Hence the last field.
+    #[pin]
+    held: SpinLockBh<SkbQueue>,
 }
 
 #[pinned_drop]
@@ -469,6 +473,7 @@ impl Conn {
     fn send_queue(&self, packets: &mut SkbQueue) -> Result {
         let mut tx = self.tx.lock();
         while let Some(skb) = packets.pop() {
+            self.held.lock().push(skb.share().ok_or(ENOMEM)?);
             tx.push(skb, &Peer).map_err(|_| ENOBUFS)?;
             if tx.chain_is_full() {
                 tx.flush()?;
@@ -661,6 +666,8 @@ impl Node {
 
     /// A queue pair in INIT, and a connection around it.
     fn conn(&self, impatient: bool) -> Result<Arc<Conn>> {
+        // One at a time: the place in the table is free until the end.
+        let mut conns = self.conns.lock();
         let table = &self.dev.table;
         let index = table
             .completers
@@ -710,11 +717,12 @@ impl Node {
                 said: Atomic::new(0),
                 impatient,
                 port: self.port,
+                held <- new_spinlock_bh!(SkbQueue::new(), c"ib::selftest_rc::held"),
             }),
             GFP_KERNEL,
         )?;
         CONNS.add(1, Relaxed);
-        self.conns.lock().push(conn.clone(), GFP_KERNEL)?;
+        conns.push(conn.clone(), GFP_KERNEL)?;
         // The queue pair is made for good.
         if let Some(place) = table.completers.lock().get_mut(index) {
             *place = Some(completer);

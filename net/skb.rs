@@ -226,6 +226,15 @@ impl Skb {
         }
     }
 
+    /// Another buffer of the same bytes; `None` if there is no memory. As long as it lives, they do.
+    #[cfg(CONFIG_IPOIB_RS_KUNIT_TEST)]
+    pub(crate) fn share(&self) -> Option<Self> {
+        // SAFETY: By the type invariant the buffer is live.
+        let skb = unsafe { bindings::skb_clone(self.as_raw(), bindings::GFP_ATOMIC) };
+        // INVARIANT: The new buffer's only reference is ours.
+        NonNull::new(skb).map(Self)
+    }
+
     /// Copies all fragments into the linear part.
     pub(crate) fn linearize(&mut self) -> Result {
         // SAFETY: By the type invariant the buffer is live, and it is in no list.

@@ -21,6 +21,8 @@ IFF_UP, IFF_BROADCAST, IFF_MULTICAST = 1, 2, 0x1000
 KINDS = ("failslab", "fail_page_alloc")
 NO_MEMORY = (errno.ENOMEM, errno.ENOBUFS)
 EVERYWHERE = (0, 2**64 - 1)
+# Reference trackers that cannot be had are reported in the log, and none of the driver's business.
+LOUD = "ref_tracker_alloc"
 
 
 def injecting():
@@ -60,8 +62,7 @@ def reset():
         return
     for kind in KINDS:
         (DEBUG / kind / "probability").write_text("0")
-        # Reference trackers that cannot be had are reported in the log, and none of the driver's business.
-        start, end = code_of_function("ref_tracker_alloc")
+        start, end = code_of_function(LOUD)
         configure(kind, {
             "verbose": 0, "interval": 1, "space": 0, "task-filter": "N", "ignore-gfp-wait": "N", "stacktrace-depth": 64,
             "require-start": EVERYWHERE[0], "require-end": EVERYWHERE[1], "reject-start": start, "reject-end": end})
@@ -95,14 +96,17 @@ class Random:
 class Nth:
     """Actions of which one allocation fails, made below the code that `where(name)` finds.
 
-    Pages do not count: what the kernel does when it gets none is not always quiet.
+    Pages do not count: what the kernel does when it gets none is not always quiet. Nor do allocations below the kernel's
+    function `spared`.
     """
 
-    def __init__(self, where, name):
+    def __init__(self, where, name, spared=LOUD):
         if injecting():
             start, end = where(name)
             configure("fail_page_alloc", {"min-order": 20})
             configure("failslab", {"require-start": start, "require-end": end})
+            start, end = code_of_function(spared)
+            configure("failslab", {"reject-start": start, "reject-end": end})
 
     def fail(self, number, action):
         """Runs an action whose nth allocation fails. False if there were not so many; an error comes out."""

@@ -37,8 +37,8 @@ def options():
 
 
 def environment():
-    """The same for the parts that it loads."""
-    return {"QEMU_MODULE_DIR": str(next(folder().glob("usr/lib/*/qemu")))}
+    """The same for the parts that it loads, for env(1)."""
+    return [f"QEMU_MODULE_DIR={next(folder().glob('usr/lib/*/qemu'))}"]
 
 
 def fetch(place):

@@ -129,7 +129,7 @@ sys.argv = ["tools/test", "--jobs", "2"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 one = runner.Runner(runner.arguments())
 one.together([functools.partial(one.execute, f"s{number}", ["sh", "-c", f"echo $$ > {folder}/{number}.pid; exec sleep 60"],
-                                lambda _: [], "nothing ran") for number in range(4)])
+                                lambda _: [], "nothing ran") for number in range(4)], 2)
 """
 
 

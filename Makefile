@@ -58,7 +58,7 @@ help:
 	@echo
 	@echo "With a kernel and a virtual machine of our own (Debian 12, root; all is installed and built on first use):"
 	@echo "  make demo       two machines talk IP over Soft-RoCE: ping, iperf3, a summary"
-	@echo "  make test       every test, about an hour; the last line says how many passed and failed"
+	@echo "  make test       every test, about 40 minutes; the last line says how many passed and failed"
 	@echo "  make test-full  the same with full loop counts, about 3 hours"
 	@echo "  make soak       storms and churn for SOAK=30m"
 	@echo "  make kunit      the KUnit suites only"

@@ -18,6 +18,7 @@ from lab import LabError, objects, slab_kib, wait_for
 VM = ["--topology", "rxe", "--nodes", "3"]
 WAITING = 64  # packets for one neighbour
 NEIGHBOURS = 16384  # entries
+UNUSED = 60  # seconds after which an entry that nobody uses may go
 BATCH = pathlib.Path("/run/batch")
 
 
@@ -290,13 +291,17 @@ def test_thousand_neighbours(a, b, c, scaled):
 
 
 def test_entries_are_bounded(a, b, c):
-    """More destinations than a port keeps: the others are counted, and those there are go on."""
+    """More destinations than a port keeps: the others are counted, and those there are go on.
+
+    Who takes longer to write to them all than the minute after which the unused go never has so many.
+    """
     forget_everything(a)
     for peer in (b, c):
         assert traffic.ping(a, peer.address4).lost == 0
     account = sockets.Account(a)
     count = NEIGHBOURS + 1000
     gid = b.gid()
+    since = time.monotonic()
     with sockets.packet(a) as sender:
         for number in range(count):
             qpn = 0x200000 + number
@@ -304,7 +309,8 @@ def test_entries_are_bounded(a, b, c):
             sender.send(sockets.frame(address, sockets.ETH_P_IP, bytes(40)))
     wait_for("all frames to be accounted for",
              lambda: account["tx_sent_packets"] + account["tx_dropped"] >= count, 60)
-    assert 1000 - 1 <= account["tx_neigh_overflow"] <= 1000 + 20, account.grown()
+    quick = time.monotonic() - since < UNUSED
+    assert (1000 - 1 if quick else 0) <= account["tx_neigh_overflow"] <= 1000 + 20, account.grown()
     for peer in (b, c):
         assert traffic.ping(a, peer.address4, count=20).lost == 0
     forget_everything(a)
@@ -324,14 +330,15 @@ def test_unreachable_neighbour(a, b, scaled):
     with sockets.udp(a) as sender:
         for number in range(scaled(4)):
             neighbour(a, address, NOWHERE.format(number))
-            account = sockets.Account(a)
+            account, before = sockets.Account(a), a.statistics()["tx"]["dropped"]
             for _ in range(count):
                 sender.sendto(bytes(1000), (address, 9))
             first = account["tx_dropped"]
             assert first >= count - 128, "more waits than may"
             wait_for("the packets to be given up", lambda: account["tx_dropped"] >= count, 10)
             assert account["tx_neigh_queue_full"] + account["tx_neigh_failed"] == account["tx_dropped"]
-            assert a.statistics()["tx"]["dropped"] - account.before["tx_dropped"] == account["tx_dropped"]
+            # The kernel has drops of its own in that sum, such as of who sent while the interface was down.
+            assert a.statistics()["tx"]["dropped"] - before == account["tx_dropped"]
     a.ip("neigh", "flush", "dev", a.interface, "nud", "permanent")
     assert traffic.ping(a, b.address4).lost == 0
 
@@ -362,17 +369,22 @@ def test_unreachable_neighbours_hold_up_nobody(a, b, c, soon):
 
 
 def test_removal_does_not_wait_for_the_unreachable(a, b, soon):
-    """An interface goes away although ways are still looked for."""
+    """An interface goes away although ways are still looked for: that takes as long as without."""
+    def removed():
+        since = time.monotonic()
+        a.delete_rdma()
+        took = time.monotonic() - since
+        a.add_rdma()
+        a.adopt_interface()
+        a.wait_ready()
+        return took
+
+    without = removed()
     forget_everything(a)
     for number in range(40):
         neighbour(a, f"10.0.0.{100 + number}", NOWHERE.format(number))
     with sockets.udp(a) as sender:
         for number in range(40):
             sender.sendto(bytes(100), (f"10.0.0.{100 + number}", 9))
-    since = time.monotonic()
-    a.delete_rdma()
-    took = time.monotonic() - since
-    a.add_rdma()
-    a.adopt_interface()
-    a.wait_ready()
-    assert took < 3 * soon, f"removal took {took:.1f} s"
+    took = removed()
+    assert took < without + soon, f"removal took {took:.1f} s, {without:.1f} s before"

@@ -7,6 +7,7 @@ for Debian 12, is unpacked into the cache; its libraries are those of Debian 12'
 """
 
 import shutil
+import subprocess
 
 import archive
 import house
@@ -53,7 +54,7 @@ def fetch(place):
     suite.unpack(found, work, f"QEMU {found[PACKAGES[0]]}")
     try:
         house.output_of([work / PROGRAM, "--version"])
-    except (OSError, house.subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         raise Failure(f"QEMU of {SUITE} does not start here ({error}). Run tools/setup: it installs its libraries.")
     shutil.rmtree(work.with_name(work.name + ".packages"))
     work.rename(place)

@@ -104,8 +104,13 @@ def launch(argv, **kwargs):
 
 
 def reap(process):
-    """Waits for the end of a program of a step."""
-    status = process.wait()
+    """Waits for the end of a program of a step. Whoever is told to stop meanwhile ends it: make then ends its own."""
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     with _lock:
         if _running is not None:
             _running.discard(process)

@@ -46,9 +46,9 @@ def make(source, flavour, out, variables):
         argv = ["make", "-C", tree, f"M={source}", f"MO={out}", f"LLVM={house.LLVM}", *variables]
         log = out / "build.log"
         with open(log, "w") as handle:
-            done = subprocess.run([*argv, "modules"], env=house.build_env(), stdin=subprocess.DEVNULL,
-                                  stdout=handle, stderr=subprocess.STDOUT)
-        if done.returncode:
+            status = house.reap(house.launch([*argv, "modules"], env=house.build_env(), stdin=subprocess.DEVNULL,
+                                             stdout=handle, stderr=subprocess.STDOUT))
+        if status:
             raise Failure(f"the module in {source} does not build for the {flavour} kernel. "
                           f"{log} ends with:\n{house.tail(log, 60)}")
         return out
